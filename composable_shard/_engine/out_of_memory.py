@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from .._group.group import ParamGroup
-from .._group.lazy_zeros import LazyZeros
 from .._group.optimizers import state_of_optimizers
 from .._memory.pool import BufferPool
 from .._plan.fitting import least_step
@@ -124,8 +123,7 @@ def _bytes_by_device(tensors: Iterable[torch.Tensor]) -> Counter[str]:
     counted: Counter[str] = Counter()
     for tensor in tensors:
         local = local_part(tensor)
-        if not (isinstance(local, LazyZeros) and local.content is None):
-            counted[local.device.type] += local.nbytes
+        counted[local.device.type] += local.nbytes
     return counted
 
 

@@ -19,7 +19,6 @@ from .._engine.engine import Engine
 from .._group.accumulation import Held
 from .._group.faces import LEAF_OF
 from .._group.group import ParamGroup
-from .._group.lazy_zeros import LazyZeros
 from .._group.optimizers import DecidesSteps, known_optimizers
 from .._group.refresh import CopyState
 from .._policies import Options
@@ -195,12 +194,12 @@ class Host:
 
     def state(self, sight: Sight) -> HostState:
         """The state now."""
-        groups, engines = self._groups(), [engine for engine, _ in self.engines]
-        held, options = [group.gradients.held_now() for group in groups], [group.options for group in groups]
         with without_torch_function():
-            grads = [param.grad for param in sight.params]  # after `held_now`, which may replace some
+            grads = [param.grad for param in sight.params]
             requires_grad = [param.requires_grad for param in sight.params]
         training = [module.training for module in sight.modules]
+        groups, engines = self._groups(), [engine for engine, _ in self.engines]
+        held, options = [group.gradients.held_now() for group in groups], [group.options for group in groups]
         ends = [(engine.is_last_backward, engine.ends_by_hand) for engine in engines]
         copies = [None if group.layout.copies is None else group.layout.copies.state for group in groups]
         return HostState(grads, requires_grad, training, held, options, copies, ends)
@@ -214,7 +213,6 @@ class Host:
         apart = [
             (local_part(to), local_part(of)) for of, to in pairs if of is not to and of is not None and to is not None
         ]
-        apart = [(to, of) for to, of in apart if not isinstance(to, LazyZeros)]  # no graph reads these
         if apart:
             torch._foreach_copy_([to for to, _ in apart], [of for _, of in apart])
 

@@ -89,18 +89,14 @@ class AccumulatedGradients:
         return [*self.whole.values(), *(piece for piece, _ in self.pieces.values())]
 
     def held_now(self) -> Held:
-        """Return the accumulated gradients and pieces now, to hold them again after a replay.
-
-        A `.grad` that was made here, and that code has used, becomes a usual tensor, whose memory a graph can read.
-        """
-        self._marks.settle()
+        """Return the accumulated gradients and pieces now, to hold them again after a replay."""
         return Held(dict(self.whole), dict(self.pieces), set(self.wanted), set(self._owned), self._marks.marked())
 
     def resume(self, held: Held) -> None:
         """Hold this instead. Each parameter must have the `.grad` that it had when `held` was noted."""
         self.whole, self.pieces, self.wanted = dict(held.whole), dict(held.pieces), set(held.wanted)
         self._owned = set(held.owned)
-        self._marks.resume(held.marked)
+        self._marks.resume(held.marked, self._held())
 
     def note_wanted(self) -> None:
         """Note which parameters require gradients, right before gradients are accumulated."""
@@ -136,7 +132,8 @@ class AccumulatedGradients:
         self._drop_voided()
         total = list(gradients)
         new = {index: gradient for index in self.whole if (gradient := total[index]) is not None}
-        for index, gradient in {**self.whole, **self._sums(new)}.items():
+        sums = self._sums(new)  # before there is another reference to the accumulated ones
+        for index, gradient in {**self.whole, **sums}.items():
             total[index] = gradient
         # Accumulated pieces of the same parameters keep their marks on `.grad`.
         taken = [index for index in self.whole if index not in self.pieces]
@@ -201,12 +198,8 @@ class AccumulatedGradients:
         self._marks.put(self._held())
 
     def unmake(self, indices: Iterable[int]) -> None:
-        """Remove `.grad` of these parameters where it was made only to notice `zero_grad`, and no code has used it."""
-        self._marks.unmake(indices)
-
-    def unmake_unheld(self, indices: Iterable[int]) -> None:
-        """Like `unmake`, of parameters without accumulated gradients."""
-        self.unmake(index for index in indices if index not in self.whole and index not in self.pieces)
+        """Remove `.grad` of these parameters where it was made only to carry a mark (`marks.py`) and is unchanged."""
+        self._marks.unmake(index for index in indices if index not in self.whole and index not in self.pieces)
 
     def _held(self) -> Iterable[int]:
         return dict.fromkeys((*self.whole, *self.pieces))

@@ -167,7 +167,7 @@ class GroupGradients:
             self._check_grad_dtypes()
             raise
         if unused:
-            self._accumulated.unmake_unheld(unused)
+            self._accumulated.unmake(unused)
 
     def _check_grad_dtypes(self) -> None:
         """Explain torch's refusal to set a `.grad` of another dtype than `grad_dtype`, if it was changed too late."""
@@ -175,7 +175,6 @@ class GroupGradients:
             param.check_grad_dtype()
 
     def _add(self, pieces: Mapping[int, torch.Tensor]) -> None:
-        self._accumulated.unmake(pieces)
         params = list(map(self._params.__getitem__, pieces))
         if self.hooks_taken:
             for param, piece in zip(params, pieces.values(), strict=True):

@@ -1,9 +1,8 @@
 """Marks on `.grad`, which show whether `zero_grad` was called while gradients are accumulated elsewhere.
 
-torch does not report a call of `zero_grad`. So this file sets `.grad` with the first accumulated gradient, if there is
-none, to `LazyZeros`, which notices the call. In a `.grad` that exists, it turns the first element to -0.0 if it is 0.
-That element is the *mark*: adding to -0.0 changes no bit of a sum, and `zero_` sets it to 0, without the sign. If code
-uses the values of `LazyZeros`, their first element is a mark, too.
+torch does not report a call of `zero_grad`. So this file makes a `.grad` of -0.0 with the first accumulated gradient,
+if there is none. In a `.grad` that exists, it turns the first element to -0.0 if it is 0. That element is the *mark*:
+adding to -0.0 changes no bit of a sum, and `zero_` sets it to 0, without the sign.
 
 Version counters of `.grad` show most changes without reading values, but not all: on a DTensor, the foreach functions
 of optimizers with ``foreach=True`` or ``fused=True`` do not increase them. On a CPU, reading a value is cheap, so the
@@ -22,11 +21,11 @@ from .._torch.capturing import capture_number
 from .._torch.core import has_memory, without_torch_function
 from .._torch.distributed import dtensor_like, local_tensor
 from ..errors import ShardConfigStateError
-from .lazy_zeros import LazyZeros
 from .param import ShardedParam
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _State = tuple[weakref.ref[torch.Tensor], int, int]  # a `.grad`, its version, and the version of its local tensor
+_UNKNOWN: _State = (weakref.ref(torch.empty(0)), -1, -1)  # of no tensor
 _UNNOTICED = (
     "composable_shard: .grad was set to zero by a foreach function, which leaves no trace on an accelerator, while "
     "gradients of microbatches without gradient sync were accumulated; call zero_grad(set_to_none=True)"
@@ -48,7 +47,7 @@ class GradientMarks:
         self._params, self._dtypes = params, dtypes
         self._on_device = trusts
         self._seen: dict[int, _State] = {}  # by index: the state of `.grad` when it was marked
-        self._made: set[int] = set()  # indices of the parameters whose `.grad` was made here; some may have another now
+        self._made: dict[int, _State] = {}  # by index: the state of each `.grad` that was made here
 
     @property
     def _trusts(self) -> bool:
@@ -57,29 +56,35 @@ class GradientMarks:
     def marked(self) -> tuple[list[int], list[int]]:
         """Return the parameters whose `.grad` is marked, and those whose `.grad` was made here, and is unchanged."""
         seen = [index for index in self._seen if self._is_same(index)]
-        return seen, [index for index in self._seen if self._is_untouched(index)]
+        return seen, [index for index in self._made if self._is_untouched(index)]
 
-    def resume(self, marked: tuple[list[int], list[int]]) -> None:
-        """Take the current `.grad` of these parameters for marked, and for made here: a replay has done both."""
-        seen, made = marked
-        self._made.update(made)
-        for index in made:
-            if (lazy := self._lazy(index)) is not None:
-                lazy.reset()
-        self._seen.clear()
-        self._note(index for index in seen if self._grad(index) is not None)
+    def resume(self, marked: tuple[list[int], list[int]], held: Iterable[int]) -> None:
+        """Take the current `.grad` of these parameters for marked, and for made here: a replay has done both.
+
+        Args:
+            marked: the parameters, as `marked` returned them.
+            held: the parameters whose gradients are accumulated. If one of them is not marked, the captured step has
+                changed its `.grad` afterwards, for example by clipping. A later check must read the value.
+        """
+        for states, indices in zip((self._seen, self._made), marked, strict=True):
+            states.clear()
+            self._note(states, [index for index in indices if self._grad(index) is not None])
+        for index in held:
+            self._seen.setdefault(index, _UNKNOWN)
 
     def put(self, indices: Iterable[int]) -> None:
         """Mark the `.grad` of these parameters, whose gradients are accumulated; make a `.grad` where it is missing."""
         indices = [index for index in indices if not self._is_same(index)]
         missing = [index for index in indices if self._grad(index) is None]
+        untouched = list(filter(self._is_untouched, indices))
         self._mark([index for index in indices if index not in missing])
         self._make(missing)
-        self._note(indices)
+        self._note(self._made, (*missing, *untouched))
+        self._note(self._seen, indices)
 
-    def _note(self, indices: Iterable[int]) -> None:
+    def _note(self, states: dict[int, _State], indices: Iterable[int]) -> None:
         for index in indices:
-            self._seen[index] = _state(self._grad(index))
+            states[index] = _state(self._grad(index))
 
     def gone(self, indices: Iterable[int], or_unknown: bool = False) -> set[int]:
         """Return those of these parameters whose `.grad` was removed or set to zero since it was marked.
@@ -92,12 +97,8 @@ class GradientMarks:
         """
         indices = list(indices)
         gone = {index for index in indices if self._is_gone(index)}
-        asked = [index for index in indices if index not in gone and not self._survives(index)]
+        asked = [index for index in indices if index not in gone and not (self._trusts and self._is_same(index))]
         return gone | self._void(asked, or_unknown) if asked else gone
-
-    def _survives(self, index: int) -> bool:
-        """Whether `.grad` was not set to zero since it was marked, as far as is known without reading values."""
-        return self._is_untouched(index) or (self._trusts and self._is_same(index))
 
     def _void(self, asked: Sequence[int], or_unknown: bool) -> set[int]:
         """Return those of these parameters that have a `.grad` but lost the mark on it."""
@@ -149,68 +150,45 @@ class GradientMarks:
         with without_torch_function():  # or a DTensor's `__torch_function__` would run
             return self._params[index].sharded.grad
 
-    def _lazy(self, index: int) -> LazyZeros | None:
-        """Return the local tensor of `.grad` if it was made here."""
-        grad = self._grad(index) if index in self._made else None
-        local = None if grad is None else getattr(grad, "_local_tensor", None)
-        return local if isinstance(local, LazyZeros) else None
-
     def _is_gone(self, index: int) -> bool:
-        lazy = self._lazy(index)
-        return self._grad(index) is None or index not in self._seen or (lazy is not None and lazy.is_cleared)
+        return self._grad(index) is None or index not in self._seen
 
     def _is_same(self, index: int) -> bool:
         """Whether `.grad` is unchanged since it was marked, judging by versions."""
-        seen, grad, lazy = self._seen.get(index), self._grad(index), self._lazy(index)
-        return grad is not None and seen is not None and _is(grad, seen) and not (lazy is not None and lazy.is_cleared)
+        seen, grad = self._seen.get(index), self._grad(index)
+        return grad is not None and seen is not None and _is(grad, seen)
 
     def _make(self, indices: Sequence[int]) -> None:
-        """Set `.grad` to zeros."""
-        if indices:
-            dtypes = self._dtypes()
-            for index in indices:
-                param = self._params[index]
-                zeros = LazyZeros(param.local.shape, dtypes[index], param.local.device)
-                param.set_gradient(dtensor_like(param.sharded, zeros))
-            self._made.update(indices)
+        """Set `.grad` to -0.0 everywhere. One operator makes all of one dtype, which share their memory."""
+        if not indices:
+            return
+        dtypes = self._dtypes()
+        for dtype in dict.fromkeys(dtypes[index] for index in indices):
+            alike = [self._params[index] for index in indices if dtypes[index] is dtype]
+            sizes = [param.local.numel() for param in alike]
+            flat = torch.full((sum(sizes),), -0.0, dtype=dtype, device=alike[0].local.device)
+            for param, piece in zip(alike, torch.split(flat, sizes), strict=True):
+                # `data` has its own version: views of one tensor would share theirs.
+                param.set_gradient(dtensor_like(param.sharded, piece.view(param.local.shape).data))
 
     def unmake(self, indices: Iterable[int]) -> None:
-        """Remove `.grad` where it was made here, except if code has used its values: then make it a usual tensor."""
-        self.settle()
-        for index in self._made.intersection(indices):
-            if self._lazy(index) is not None:
-                self._params[index].set_gradient(None)
-            self._made.discard(index)
-
-    def settle(self) -> None:
-        """Make a `.grad` that was made here a usual tensor if code has used its values."""
-        for index in self._made:
-            lazy = self._lazy(index)
-            if lazy is not None and lazy.content is not None:
-                was_same, param = self._is_same(index), self._params[index]
-                param.set_gradient(dtensor_like(param.sharded, lazy.content))
-                if was_same:
-                    self._note([index])
+        """Remove `.grad` where it was made here and is unchanged."""
+        for index in filter(self._is_untouched, list(indices)):
+            self._params[index].set_gradient(None)
 
     def _is_untouched(self, index: int) -> bool:
-        """Whether `.grad` was made here, and no code has used it."""
-        lazy = self._lazy(index)
-        return lazy is not None and lazy.is_untouched
+        """Whether `.grad` was made here and is unchanged."""
+        made, grad = self._made.get(index), self._grad(index)
+        return made is not None and grad is not None and _is(grad, made)
 
     def _mark(self, indices: Sequence[int]) -> None:
         """Mark gradients that existed before."""
-        for index in indices:
-            if (lazy := self._lazy(index)) is not None:
-                lazy.is_cleared = False
         if marks := list(self._marks(indices).values()):
             first = torch.cat(marks)
             torch._foreach_copy_(marks, list(torch.split(torch.where(first == 0, -0.0, first), 1)))
 
     def _marks(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
-        """Return, by index, views of the elements of `.grad` that are marks.
-
-        Gradients that are empty on this rank have none, nor have those that were made here and not used.
-        """
+        """Return, by index, views of the elements of `.grad` that are marks; gradients empty on this rank have none."""
         marks = {}
         for index in indices:
             grad = self._grad(index)
@@ -223,10 +201,6 @@ class GradientMarks:
                     "assign a DTensor like the parameter. To reduce an unsharded gradient, such as a delayed weight "
                     "gradient, call post_backward() of the parameter's group before the next backward"
                 ) from error
-            if isinstance(local, LazyZeros):
-                if local.content is None:
-                    continue
-                local = local.content
             if local.numel() and has_memory(local):
                 real = torch.view_as_real(local) if local.is_complex() else local
                 marks[index] = real.as_strided((1,), (1,))

@@ -284,7 +284,7 @@ def owns_memory(tensor: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.requires_grad
         and tensor_uses(tensor) == 1  # C++ code, such as a graph, has no reference
-        and _holders(tensor) == _holders_alone(tensor._base is not None)
+        and _holders(tensor) == _ALONE[tensor._base is not None]
     )
 
 
@@ -294,10 +294,9 @@ def _holders(tensor: torch.Tensor) -> tuple[int, ...]:
     return (uses,) if base is None else (uses, tensor_uses(base), getrefcount(base))
 
 
-@functools.cache
-def _holders_alone(is_view: bool) -> tuple[int, ...]:
-    """Return `_holders` of a tensor that owns its memory. The counts depend on the versions of Python and torch."""
-    return _holders(torch.empty(1).view(1) if is_view else torch.empty(1))
+# `_holders` of a tensor and of a view that own their memory. The counts depend on the versions of Python and torch.
+with _disable_current_modes(), torch.inference_mode(False):  # a mode may keep tensors
+    _ALONE = {False: _holders(torch.empty(1)), True: _holders(torch.empty(1).view(1))}
 
 
 # A context in which `__torch_function__` of tensor subclasses is not called.

@@ -18,6 +18,7 @@ from _parity import Case, check_parity, plain_step
 from _pool import distributed, more, simulated
 from _sides import assert_alike, backward, both, models_of, optimizers_of
 from _stepping import engine_of
+from composable_shard._torch.core import owns_memory
 
 
 def sync_off_then_on(run):
@@ -311,6 +312,37 @@ def test_sums_are_added_in_place_unless_other_code_keeps_the_gradient(rank, worl
     assert addresses[2] == addresses[1]
     expected = sum(torch.ones(3, 6).T @ x for x in inputs)
     torch.testing.assert_close(values, expected)
+
+
+@simulated(world=2)
+def test_the_last_microbatch_is_added_in_place(rank, world):
+    model = fully_shard(KeepsGradients(None))
+    x = torch.ones(3, 4)
+    model.set_requires_gradient_sync(False)
+    model(x).sum().backward()
+    gradients = engine_of(model).groups[0].gradients
+    address = gradients.waiting()[0].data_ptr()
+    assert gradients.take([torch.ones(6, 4)])[0].data_ptr() == address
+
+
+def test_memory_is_owned_if_no_view_graph_or_other_object_uses_it():
+    one, two = torch.ones(3), torch.ones(3)
+    view = two.view(3)
+    assert owns_memory(one)
+    assert not owns_memory(two)
+    del view
+    assert owns_memory(two)
+    assert not owns_memory(torch.ones(3, requires_grad=True))
+    assert not owns_memory(torch.ones(1).expand(3))
+    part = torch.ones(2, 3).t()
+    assert not owns_memory(part)  # not contiguous
+    base = torch.ones(6)
+    assert not owns_memory(base.view(2, 3))
+    saved = torch.ones(3)
+    graph = (torch.ones(3, requires_grad=True) * saved).sum()
+    assert not owns_memory(saved)
+    del graph
+    assert owns_memory(saved)
 
 
 @pytest.mark.parametrize("kept", ["unsharded", "pieces"])

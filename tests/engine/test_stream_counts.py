@@ -168,6 +168,7 @@ def test_microbatches_without_sync_add_one_operator_per_group():
     assert_expected_inline(
         "\n".join(lines),
         """\
-float32: _chunk_cat 1, _foreach_add_ 2, add_ -18, record 14, wait 15
-bfloat16: _chunk_cat 1, _foreach_add_ 2, _foreach_copy_ 7, _to_copy 6, add_ -18, record 14, wait 14""",
+float32: _assert_async 1, _chunk_cat 1, _foreach_add_ 3, add_ -18, all 1, cat 1, full 1, record 14, wait 15
+bfloat16: _assert_async 1, _chunk_cat 1, _foreach_add_ 3, _foreach_copy_ 7, _to_copy 6, add_ -18, all 1, cat
+  1, full 1, record 14, wait 14""",
     )

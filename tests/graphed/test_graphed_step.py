@@ -103,6 +103,29 @@ def test_steps_are_eager_then_captured_then_replayed_with_new_data_and_new_dropo
 
 
 @distributed(world=2)
+def test_a_step_that_clips_in_each_microbatch_keeps_the_gradients_of_earlier_ones(rank, world):
+    """Clipping changes `.grad` while gradients are accumulated elsewhere."""
+
+    def loss_after_clipping(model, tokens):
+        loss = next_token_loss(model, tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0, foreach=False)
+        return loss.detach()
+
+    pair = Pair(rank)
+    pair.run = loss_after_clipping
+    with captures_on_cpu():
+        for number in range(12):
+            for model in pair.models:
+                model.set_requires_gradient_sync(number % 2 == 1)
+            pair.step(number)
+            if number % 2:
+                pair.update()
+        assert pair.call.replays
+        pair.ends(12)
+
+
+@distributed(world=2)
 def test_gradients_are_added_to_or_set_as_in_eager_steps(rank, world):
     pair = Pair(rank)
     with captures_on_cpu():
