@@ -227,6 +227,7 @@ class AccumulatedGradients:
 
 
 def _is_held_here_only(tensors: Mapping[int, torch.Tensor], index: int) -> bool:
+    """Whether no other code refers to this tensor or uses its memory, so that it may be written to."""
     return getrefcount(tensors[index]) <= 2 and owns_memory(tensors[index])  # of the mapping and the argument
 
 

@@ -25,7 +25,7 @@ from .param import ShardedParam
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _State = tuple[weakref.ref[torch.Tensor], int, int]  # a `.grad`, its version, and the version of its local tensor
-_UNKNOWN: _State = (weakref.ref(torch.empty(0)), -1, -1)  # of no tensor
+_UNKNOWN: _State = (weakref.ref(torch.empty(0)), -1, -1)  # matches no `.grad`, so a check reads the value
 _UNNOTICED = (
     "composable_shard: .grad was set to zero by a foreach function, which leaves no trace on an accelerator, while "
     "gradients of microbatches without gradient sync were accumulated; call zero_grad(set_to_none=True)"
