@@ -132,6 +132,7 @@ class GradientFlow:
             self._reduce_or_accumulate(group, gradients)
         for group in groups:
             self._reduce_waiting(group)
+            group.gradients.own_accumulated()
         self._actions.gathered.clear()
         self._outside_forward.clear()
         self._looked.clear()

@@ -127,6 +127,16 @@ class AccumulatedGradients:
         self.whole.update(zip(kept, _of(gradients, kept), strict=True))
         self._marks.put(gradients)
 
+    def own(self) -> None:
+        """At the end of a backward: copy the accumulated gradients that other code holds too, as torch does.
+
+        An autograd function may write its next gradient to the same memory.
+        """
+        for index in self.whole.keys() - self._owned:
+            if not _is_held_here_only(self.whole, index):
+                self.whole[index] = self.whole[index].clone()
+            self._owned.add(index)
+
     def take(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the sums of these unsharded gradients and the accumulated ones, which are dropped here."""
         self._drop_voided()

@@ -216,6 +216,10 @@ class GroupGradients:
         if self._accumulated.whole:
             self._set_phase(GradPhase.ACCUMULATED)
 
+    def own_accumulated(self) -> None:
+        """At the end of a backward: copy the accumulated gradients that other code holds too."""
+        self._accumulated.own()
+
     def take_assigned(self) -> None:
         """Accumulate unsharded gradients that code has assigned to `.grad` of shards: tensors that are no DTensors."""
         assigned: list[torch.Tensor | None] = [None] * len(self._params)

@@ -294,7 +294,7 @@ class KeepsGradients(torch.nn.Module):
 
 @pytest.mark.parametrize("keep", [None, "tensor", "view"])
 @simulated(world=2)
-def test_sums_are_added_in_place_unless_other_code_keeps_the_gradient(rank, world, keep):
+def test_sums_are_added_in_place_but_never_to_gradients_that_other_code_keeps(rank, world, keep):
     torch.manual_seed(0)
     model = fully_shard(KeepsGradients(keep))
     model.set_requires_gradient_sync(False)
@@ -308,10 +308,59 @@ def test_sums_are_added_in_place_unless_other_code_keeps_the_gradient(rank, worl
         del total  # or it would count as kept
         copies.extend(grad.clone() for grad in model.kept[len(copies) :])
         assert all(map(torch.equal, model.kept, copies))
-    assert (addresses[1] == addresses[0]) is (keep is None)
-    assert addresses[2] == addresses[1]
+    assert addresses == addresses[:1] * 3
     expected = sum(torch.ones(3, 6).T @ x for x in inputs)
     torch.testing.assert_close(values, expected)
+
+
+class LinearWithBuffer(torch.autograd.Function):
+    """A linear layer whose backward writes the gradient of the weight to the same memory each time."""
+
+    @staticmethod
+    def forward(ctx, x, weight, buffer):
+        ctx.save_for_backward(x, weight)
+        ctx.buffer = buffer
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        torch.mm(grad.T, x, out=ctx.buffer)
+        return grad @ weight, ctx.buffer, None
+
+
+class WritesGradientsToABuffer(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.buffer = torch.empty(width, width)
+
+    def forward(self, x):
+        return LinearWithBuffer.apply(x, self.weight, self.buffer)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@distributed(world=2)
+def test_gradients_that_a_function_writes_to_the_same_memory_are_accumulated(rank, world, blocks):
+    def make():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(WritesGradientsToABuffer(8), torch.nn.ReLU(), WritesGradientsToABuffer(8))
+
+    reference, *models = (make() for _ in range(1 + len(ENGINES)))
+    for shard, model in zip(ENGINES.values(), models, strict=True):
+        for layer in (model[0], model[2]) if blocks else ():
+            shard(layer)
+        shard(model)
+    for micro in range(4):
+        inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * micro + of)) for of in range(world)]
+        for x in inputs:
+            (reference(x).square().sum() / world).backward()
+        for model in models:
+            model.set_requires_gradient_sync(micro == 3)
+            model(inputs[rank]).square().sum().backward()
+    for expected, *sharded in zip(reference.parameters(), *(model.parameters() for model in models), strict=True):
+        for param in sharded:
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
 
 
 @simulated(world=2)
