@@ -188,7 +188,7 @@ def routes_of(name: str, param: torch.Tensor, blocks: Blocks | None) -> dict[str
 
     Raises:
         ShardConfigValueError: the blocks do not divide the rows.
-        ShardConfigUnsupportedError: the parameter is neither sharded nor replicated.
+        ShardConfigValueError: the parameter is neither sharded nor replicated.
     """
     layout = layout_of(name, param)
     regions = regions_of(name, tuple(param.shape), blocks)

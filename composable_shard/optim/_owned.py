@@ -82,7 +82,7 @@ def owned(
     Raises:
         ShardConfigTypeError: `kind` makes no optimizer, or one whose step needs a closure or sparse gradients.
         ShardConfigValueError: `kind` does not accept a parameter, or an argument is invalid. The message names it.
-        ShardConfigUnsupportedError: a placement of a parameter is neither a sharding nor a replication.
+        ShardConfigValueError: a placement of a parameter is neither a sharding nor a replication.
     """
     return Owned(kind, params, state=state, blocks=blocks, bucket_bytes=bucket_bytes, **options)
 
@@ -123,7 +123,7 @@ class Owned(Optimizer):
         """Add parameters to step. All ranks must add the same ones.
 
         Raises:
-            ShardConfigValueError, ShardConfigUnsupportedError: as in `owned`.
+            ShardConfigValueError: as in `owned`.
         """
         super().add_param_group(param_group)
         try:
