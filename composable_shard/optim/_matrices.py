@@ -187,8 +187,7 @@ def routes_of(name: str, param: torch.Tensor, blocks: Blocks | None) -> dict[str
     """The routes of a parameter's matrices, by name: of a stack, of blocks of rows, or of the parameter itself.
 
     Raises:
-        ShardConfigValueError: the blocks do not divide the rows.
-        ShardConfigValueError: the parameter is neither sharded nor replicated.
+        ShardConfigValueError: the blocks do not divide the rows, or the parameter is neither sharded nor replicated.
     """
     layout = layout_of(name, param)
     regions = regions_of(name, tuple(param.shape), blocks)

@@ -81,8 +81,8 @@ def owned(
 
     Raises:
         ShardConfigTypeError: `kind` makes no optimizer, or one whose step needs a closure or sparse gradients.
-        ShardConfigValueError: `kind` does not accept a parameter, or an argument is invalid. The message names it.
-        ShardConfigValueError: a placement of a parameter is neither a sharding nor a replication.
+        ShardConfigValueError: `kind` does not accept a parameter, a placement of one is neither a sharding nor a
+            replication, or an argument is invalid. The message names it.
     """
     return Owned(kind, params, state=state, blocks=blocks, bucket_bytes=bucket_bytes, **options)
 
