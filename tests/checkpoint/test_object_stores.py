@@ -325,6 +325,7 @@ def test_a_process_killed_during_an_upload_costs_nothing(s3, where, at, call):
     assert state["t"].eq(loaded.step).all()
 
 
+@pytest.mark.matrix
 def test_of_two_jobs_that_save_a_step_at_the_same_time_one_gets_an_error(s3, where):
     checkpoint.save(where, {"t": torch.zeros(10 << 20)}, step=1)
     _s3.fail(s3, "slow", "manifest.json", method="PUT", times=2, seconds=1.5)
@@ -795,6 +796,7 @@ def test_the_interpreter_waits_for_a_save(s3, where):
 # ---- requests
 
 
+@pytest.mark.matrix
 def test_a_request_is_not_repeated_by_several_libraries(s3, where, monkeypatch):
     checkpoint.save(where, tensors(), step=1)
     monkeypatch.delenv("AWS_MAX_ATTEMPTS")

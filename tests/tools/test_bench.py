@@ -349,6 +349,7 @@ def test_the_profile_shows_functions_of_the_package() -> None:
     assert "composable_shard/_" in shown
 
 
+@pytest.mark.matrix
 def test_strategies_over_nodes_are_predicted_and_checked_on_a_simulated_network(tmp_path: Path) -> None:
     file = tmp_path / "hfsdp.json"
     shown = bench("hfsdp.py", "--worlds=16", "--sequences=256", "--strategies=hfsdp,zero3,few", f"--json={file}")
@@ -648,6 +649,7 @@ for argument, outcome in (("answers", "figures"), ("hangs", "ranks [0, 1] were s
 """
 
 
+@pytest.mark.matrix
 def test_a_result_is_kept_if_ranks_hang_after_writing_it(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)

@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from _launched import finish
+from _pool import more
 from composable_shard.testing import spmd
 
 ROOT = Path(__file__).parents[2]
@@ -413,7 +414,7 @@ def test_the_examples_about_parallelism_train(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("page", "ranks"), [("weights", 4), ("memory", 2), ("compiling", 2), ("offload", 2)])
+@pytest.mark.parametrize(("page", "ranks"), [more("weights", 4), ("memory", 2), ("compiling", 2), more("offload", 2)])
 def test_the_examples_of_a_guide_run_under_torchrun(page, ranks, tmp_path):
     script = "\n".join(examples(page))
     script = script.replace("cs.compile(model)", 'cs.compile(model, backend="aot_eager")')  # seconds instead of minutes
@@ -424,6 +425,7 @@ def test_the_examples_of_a_guide_run_under_torchrun(page, ranks, tmp_path):
         assert shown in output
 
 
+@pytest.mark.matrix
 def test_the_examples_about_testing_pass_and_print_a_network(tmp_path):
     page = (ROOT / "docs" / "testing.md").read_text()
     layer, network = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
@@ -459,6 +461,7 @@ def started(folder, *arguments):
     return output
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(600)
 def test_the_getting_started_page_is_a_script_that_trains_compiles_and_resumes(tmp_path):
     """The first command runs in eager mode here, as the page allows, and the second one compiled."""

@@ -48,6 +48,7 @@ def assert_equal_losses(mode):
     assert mode["loss_difference"] == 0
 
 
+@pytest.mark.matrix
 def test_a_mode_that_fails_is_reported_and_the_others_keep_their_figures(tmp_path):
     done = run_script(tmp_path, *TINY, "--modes=eager,float8,one-graph", "--backend=none_such", limit_s=200)
     assert done.returncode == 1, done.stderr

@@ -15,6 +15,7 @@ from composable_shard.checkpoint._io import files
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.matrix
 def test_ranks_train_save_and_load_without_linux_only_names(tmp_path):
     path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -252,6 +252,7 @@ def ways_on_a_rank(rank, world, arguments):
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(240)
 def test_the_tutorial_on_compiling_shows_every_graph_and_equal_losses(tmp_path):
     arguments = ["--size", "tiny", "--backend", "aot_eager", "--steps", "1", "--out", str(tmp_path)]
@@ -265,6 +266,7 @@ def test_the_tutorial_on_compiling_shows_every_graph_and_equal_losses(tmp_path):
     assert_picture(tmp_path / "graphs.png")
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(240)
 def test_the_tutorial_on_checkpoints_kills_ranks_and_resumes_bitwise_identically(tmp_path):
     few = ["--steps", "16", "--save-every", "3", "--worlds", "1"]

@@ -69,6 +69,7 @@ def test_two_nodes_of_two_ranks_match_the_reference_and_hsdp(rank, world, groupi
     check_parity(case_of((2, 2), grouping, optimizer=optimizer), rank, world)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2)], ids=str)
 @distributed(world=6)
 def test_six_ranks_match_the_reference_and_hsdp(rank, world, shape):
@@ -103,6 +104,7 @@ def test_weights_may_stay_after_forward(rank, world):
     check_parity(case_of((2, 2), options={"reshard_after_forward": False}), rank, world)
 
 
+@pytest.mark.matrix
 @distributed(world=8)
 def test_few_ranks_of_a_node_may_keep_pieces_between_forward_and_backward(rank, world):
     check_parity(case_of((2, 4), options={"reshard_after_forward": 2}, fsdp2=False), rank, world)

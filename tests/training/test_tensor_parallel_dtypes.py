@@ -289,6 +289,7 @@ def test_one_full_graph_is_bitwise_identical_to_eager(case):
     assert "R" in graphs_of(case, world=4)
 
 
+@pytest.mark.matrix
 @distributed(world=4)
 def test_compiled_layers_reduce_in_float32(rank, world):
     mesh = named_mesh((2, 2), ("dp", "tp"))

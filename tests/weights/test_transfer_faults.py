@@ -48,7 +48,7 @@ FAILS_WITH = {"fail_in_between": "MemoryError", "change_the_model": "StaleStateE
         ),
         more("change_the_model", 1),
         more("pass_another_limit", 2),
-        ("kill_in_between", 1),
+        more("kill_in_between", 1),
     ],
 )
 def test_other_ranks_get_an_error_and_keep_whole_versions(what, who):
