@@ -88,7 +88,7 @@ def accumulate(model, step):
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(at == 2)
             model.set_reshard_after_backward(at == 2)
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             train_on_tokens(model, 3 * step + at)
         names = [event.name for event in profile.events()]
         gathers.append(sum(name.startswith("gloo:") and "gather" in name for name in names))
