@@ -13,7 +13,8 @@ assertion on the device checks the marks (`forget`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 
 import torch
 
@@ -91,9 +92,11 @@ class GradientMarks:
 
         Args:
             indices: the indices of the parameters.
-            or_unknown: a parameter without rows on this rank has no mark, so the marks of others must tell. If none of
-                them does (see `_void`), parameters whose `.grad` has other versions are included. Those with unchanged
-                versions are included only if this is True.
+            or_unknown: whether to include those of which this rank cannot know it: a parameter without rows on this
+                rank has no mark, so the marks of others must tell (see `_void`).
+
+        Raises:
+            ShardConfigStateError: other ranks cannot know it, and would decide otherwise.
         """
         indices = list(indices)
         gone = {index for index in indices if self._is_gone(index)}
@@ -109,9 +112,31 @@ class GradientMarks:
         # have changed, too; if they have not, the mark of one whose versions have not.
         by_change = {same[index]: mark for index, mark in survives.items()}
         survival = {index: survives.get(index, by_change.get(same[index])) for index in asked}
-        # If there is no such mark, a `.grad` with unchanged versions survives, unless `or_unknown`.
-        kept = {index: same[index] and not or_unknown if mark is None else mark for index, mark in survival.items()}
+        if self._hidden and not or_unknown:
+            self._check_seen(asked, same, survives)
+        # If there is no such mark, gradients survive: ranks with rows decide so, too, or have raised an error above.
+        kept = {index: not or_unknown if mark is None else mark for index, mark in survival.items()}
         return {index for index, is_kept in kept.items() if not is_kept}
+
+    @cached_property
+    def _hidden(self) -> set[int]:
+        """The parameters of which a rank has no rows."""
+        return {index for index, param in enumerate(self._params) if param.is_empty_on_a_rank}
+
+    def _check_seen(self, asked: Sequence[int], same: Mapping[int, bool], survives: Mapping[int, bool]) -> None:
+        """Check that a rank without rows of a parameter decides like this rank, which has the mark.
+
+        Args:
+            asked, same, survives: as in `_void`.
+        """
+        for index in (index for index in asked if index in self._hidden and index in survives):
+            others = {survives[at] for at in survives if at not in self._hidden and same[at] == same[index]}
+            if (others or {True}) != {survives[index]}:
+                raise ShardConfigStateError(
+                    f"parameter {self._params[index].fqn}: .grad was changed while gradients of microbatches without "
+                    "gradient sync were accumulated, and a rank without rows of this parameter cannot see whether it "
+                    "was set to zero; call zero_grad(set_to_none=True), for all parameters of the module"
+                )
 
     def _look(self, indices: Iterable[int]) -> dict[int, bool]:
         """Return whether gradients survive, for those that have a mark on this rank.

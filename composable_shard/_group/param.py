@@ -186,6 +186,13 @@ class ShardedParam:
         self.rename(self.fqn)
 
     @property
+    def is_empty_on_a_rank(self) -> bool:
+        """Whether a rank has no rows of it. The last one has the fewest."""
+        info = self._cut.info
+        layout = bucket_layout([self.shape], info.shard_size, dims=[self.dim], rows=[self.rows]).params[0]
+        return layout.rows_of(info.shard_size - 1) < (info.replicate_size if info.shards_outer else 1)
+
+    @property
     def replaced(self) -> nn.Parameter | None:
         """The parameter from before sharding, if it still exists."""
         return self._whole() if self._whole is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 
@@ -19,6 +20,7 @@ from _pool import distributed, more, simulated
 from _sides import assert_alike, backward, both, models_of, optimizers_of
 from _stepping import engine_of
 from composable_shard._torch.core import owns_memory
+from composable_shard.errors import ShardConfigStateError
 
 
 def sync_off_then_on(run):
@@ -187,6 +189,72 @@ def test_zero_grad_between_microbatches_without_sync_keeps_only_later_gradients(
     check_parity(Case(model=Stack, train=train, fsdp2=False, why=why), rank, world)
 
 
+class Sides(torch.nn.Module):
+    """Linear layers with these numbers of rows. The output is the sum of all their outputs, squared."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, count, bias=False) for count in rows)
+
+    def forward(self, x):
+        return sum(layer(x).square().sum() for layer in self.layers)
+
+
+def inputs_of(micro, of):
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * micro + of))
+
+
+@pytest.mark.parametrize(("rows", "foreach"), [((2,), False), more((2,), True), more((2, 6), False), ((2, 6), True)])
+@distributed(world=3)
+def test_clipping_between_microbatches_keeps_gradients_of_ranks_without_rows(rank, world, rows, foreach):
+    torch.manual_seed(0)
+    plain = Sides(rows)
+    models = [shard(copy.deepcopy(plain)) for shard in ENGINES.values()]
+    for micro in range(3):
+        for of in range(world):
+            (plain(inputs_of(micro, of)) / world).backward()
+        for model in models:
+            model.set_requires_gradient_sync(micro == 2)
+            model(inputs_of(micro, rank)).backward()
+            if micro < 2:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
+    for expected, *sharded in zip(plain.parameters(), *(model.parameters() for model in models), strict=True):
+        for param in sharded:
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@distributed(world=3)
+def test_zero_grad_clears_gradients_of_ranks_without_rows(rank, world, foreach):
+    torch.manual_seed(0)
+    plain = Sides((2, 6))
+    model = fully_shard(copy.deepcopy(plain))
+    for micro in range(2):
+        plain.zero_grad()
+        for of in range(world):
+            (plain(inputs_of(micro, of)) / world).backward()
+        model.set_requires_gradient_sync(micro == 1)
+        model(inputs_of(micro, rank)).backward()
+        if micro == 0:
+            torch.optim.SGD(model.parameters(), foreach=foreach).zero_grad(set_to_none=False)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.parametrize(("rows", "foreach"), [((2,), False), more((2,), True), more((2, 6), False), ((2, 6), True)])
+@distributed(world=3)
+def test_zeros_that_ranks_without_rows_cannot_see_are_an_error(rank, world, rows, foreach):
+    model = fully_shard(Sides(rows))
+    model.set_requires_gradient_sync(False)
+    model(inputs_of(0, rank)).backward()
+    torch.optim.SGD([model.layers[0].weight], foreach=foreach).zero_grad(set_to_none=False)
+    if rank == 2:
+        return model(inputs_of(1, rank)).backward()
+    with pytest.raises(ShardConfigStateError, match=r"layers\.0\.weight: .* a rank without rows .* call zero_grad"):
+        model(inputs_of(1, rank)).backward()
+    return None
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 @distributed(world=2)
 def test_zero_grad_clears_reduced_and_unreduced_gradients_together(rank, world, set_to_none):
@@ -224,8 +292,8 @@ def test_the_next_step_does_not_overwrite_a_gradient_that_the_user_holds(rank, w
     held = {}
     for step in range(3):
         model(*vectors(rank, step)).square().mean().backward()
-        for name, (grad, copy) in held.items():
-            assert torch.equal(grad.to_local(), copy), f"step {step} overwrote the held gradient of {name}"
+        for name, (grad, before) in held.items():
+            assert torch.equal(grad.to_local(), before), f"step {step} overwrote the held gradient of {name}"
         held = {n: (p.grad, p.grad.to_local().clone()) for n, p in model.named_parameters()}
         model.zero_grad()
 
