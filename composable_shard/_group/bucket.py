@@ -535,11 +535,11 @@ class LowBitBucket(GatherBucket):
     """Parameters that are gathered in fewer bits than they are computed with.
 
     In backward, this rank sends the bytes of the forward again, so that both see the same weights. Each forward rounds
-    again, because hand-written optimizers may change shards without increasing their versions. So does a backward if a
-    forward without gradients ran in between, because evaluations may swap weights in the same way.
+    again, because hand-written optimizers may change shards without increasing their versions. So does a backward if
+    another forward ran in between, because evaluations may swap weights in the same way.
     """
 
-    __slots__ = ("_sent",)
+    __slots__ = ("_forwards", "_sent")
 
     def __init__(
         self,
@@ -549,15 +549,19 @@ class LowBitBucket(GatherBucket):
         wire: Wire,
         refresh_wire: Wire | None,
     ) -> None:
-        # The generation of the shards and their refreshes, when they were last rounded; None if for no backward.
+        # The generation of the shards and their refreshes, when they were last rounded
         self._sent: tuple[int, int] | None = None
+        self._forwards = 0  # gathers for forwards of this generation that no gather for a backward has followed
         super().__init__(params, dtype, setup, wire, refresh_wire)
 
     def note_gather(self) -> None:
         now = self.generation, 0 if self.node_copy is None else self.node_copy.refreshes
-        if self._pool.backward and self._sent == now and isinstance(self.copies, LowBitGather):
+        if self._sent != now:
+            self._forwards = 0
+        elif self._pool.backward and self._forwards <= 1 and isinstance(self.copies, LowBitGather):
             self.copies.send_again()
-        self._sent = now if self._pool.backward or torch.is_grad_enabled() else None
+        self._forwards = max(0, self._forwards - 1) if self._pool.backward else self._forwards + 1
+        self._sent = now
 
 
 def _are_packed(params: Sequence[ShardedParam]) -> bool:

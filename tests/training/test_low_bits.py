@@ -259,9 +259,10 @@ def test_backward_sends_the_numbers_that_forward_has_rounded(rank, world):
     assert len(calls) == forward > 0
 
 
-@distributed(world=4)
+@pytest.mark.parametrize("grad_mode", [False, True])
 @pytest.mark.parametrize(("gather", "mesh"), [("int8", (4,)), more("fp8", (4,)), ("int8", (2, 2)), more("fp8", (2, 2))])
-def test_an_evaluation_with_swapped_weights_does_not_change_the_next_backward(rank, world, gather, mesh):
+@distributed(world=4)
+def test_an_evaluation_with_swapped_weights_does_not_change_the_next_backward(rank, world, gather, mesh, grad_mode):
     model = sharded(CommPolicy(gather=gather, block=BLOCK), mesh=mesh_of(*mesh), reshard_after_forward=True)
     results = []
     for evaluates in (False, True):
@@ -270,7 +271,8 @@ def test_an_evaluation_with_swapped_weights_does_not_change_the_next_backward(ra
         if evaluates:
             with torch.no_grad():
                 torch._foreach_mul_(list(model.parameters()), 2.0)  # does not increase versions
-                next_token_loss(model, *token_batch(rank, 0))
+                with torch.set_grad_enabled(grad_mode):
+                    next_token_loss(model, *token_batch(rank, 0))
                 torch._foreach_mul_(list(model.parameters()), 0.5)
         loss.backward()
         results.append([param.grad.full_tensor() for param in model.parameters()])
