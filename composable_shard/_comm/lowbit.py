@@ -31,9 +31,10 @@ from .rounding import Numbers, Rounder, Rounding, numbers_in
 class LowBitGather(GatherCopies):
     """The gather of a bucket in fewer bits.
 
-    This rank's shards are rounded into a parcel, which is kept. The parcels of all ranks are gathered into one buffer,
-    and each part of it is converted back immediately. This rank's own parameters are rounded, too, so that all ranks
-    compute with the same values.
+    This rank's shards are rounded into a parcel, whose memory is kept. They are rounded for each gather, because
+    hand-written optimizers and evaluations may change shards without increasing their versions. The parcels of all
+    ranks are gathered into one buffer, and each part of it is converted back immediately. This rank's own parameters
+    are rounded, too, so that all ranks compute with the same values.
 
     Args:
         layout: the layout of the gather, with a parcel.
@@ -47,12 +48,7 @@ class LowBitGather(GatherCopies):
         super().__init__(layout, rank, transport, non_blocking=non_blocking)
         assert layout.parcel is not None
         self._parcel, self._like = layout.parcel, like
-        self._sent: Tensor | None = None  # this rank's parcel, after the first gather
-        self._again = False
-
-    def send_again(self) -> None:
-        """Send the existing parcel in the next gather, because the shards have not changed since the last one."""
-        self._again = self._sent is not None
+        self._sent: Tensor | None = None  # this rank's parcel, whose memory is kept
 
     def landing(self, buffer: Tensor) -> Landing:
         layout, dtype = self.layout.landing, self._like.dtype
@@ -72,9 +68,6 @@ class LowBitGather(GatherCopies):
             _restore(numbers, wholes.packed, self.layout.places.params)
 
     def _rounded(self, shards: Sequence[Tensor]) -> Tensor:
-        again, self._again = self._again, False
-        if again and self._sent is not None:
-            return self._sent
         if self._sent is None:
             with torch.inference_mode(False):
                 self._sent = self._like.new_zeros(self._parcel.nbytes, dtype=torch.uint8)

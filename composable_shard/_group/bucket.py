@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .._comm.copies import GatherCopies, Landing, Wholes, regions_in
 from .._comm.lanes import Events, Job, Lane
-from .._comm.lowbit import LowBitGather, gather_copies
+from .._comm.lowbit import gather_copies
 from .._memory.pool import BufferPool
 from .._memory.slots import Place, Request, Slot
 from .._plan.layout import gather_layout
@@ -133,8 +133,8 @@ class Gatherer:
 class Bucket:
     """Parameters of one group that one collective gathers, with the state that handles of them check.
 
-    A subclass decides how they are gathered and where: `GatherBucket` into a slot of the pool, `LowBitBucket` in fewer
-    bits, `ExtensionBucket` as the parameters themselves define it.
+    A subclass decides how they are gathered and where: `GatherBucket` into a slot of the pool, `ExtensionBucket` as the
+    parameters themselves define it.
 
     Attributes:
         group: returns the group; None if it was freed.
@@ -247,9 +247,6 @@ class Bucket:
         if versions != self._versions:
             self._versions = versions
             self.generation += 1
-
-    def note_gather(self) -> None:
-        """Note that a gather is about to send the shards."""
 
     def is_outdated(self) -> bool:
         """Whether shards were written to since the last gather began, judging by versions."""
@@ -426,7 +423,6 @@ class GatherBucket(Bucket):
             events: Events = (after,)
         else:  # its refresh has noted the shards, and was ordered after their last change
             events, shards = self.node_copy.arrive(), self.node_copy.pieces
-        self.note_gather()
         return self._gatherer.start(slot, shards, (*events, *slot.free_after))
 
     def arrived(self) -> None:
@@ -529,39 +525,6 @@ class GatherBucket(Bucket):
     def leave_slots(self) -> None:
         self._gatherer.leave_slots()
         self._faces.clear()
-
-
-class LowBitBucket(GatherBucket):
-    """Parameters that are gathered in fewer bits than they are computed with.
-
-    In backward, this rank sends the bytes of the forward again, so that both see the same weights. Each forward rounds
-    again, because hand-written optimizers may change shards without increasing their versions. So does a backward if
-    another forward ran in between, because evaluations may swap weights in the same way.
-    """
-
-    __slots__ = ("_forwards", "_sent")
-
-    def __init__(
-        self,
-        params: Sequence[ShardedParam],
-        dtype: torch.dtype,
-        setup: GatherSetup,
-        wire: Wire,
-        refresh_wire: Wire | None,
-    ) -> None:
-        # The generation of the shards and their refreshes, when they were last rounded
-        self._sent: tuple[int, int] | None = None
-        self._forwards = 0  # gathers for forwards of this generation that no gather for a backward has followed
-        super().__init__(params, dtype, setup, wire, refresh_wire)
-
-    def note_gather(self) -> None:
-        now = self.generation, 0 if self.node_copy is None else self.node_copy.refreshes
-        if self._sent != now:
-            self._forwards = 0
-        elif self._pool.backward and self._forwards <= 1 and isinstance(self.copies, LowBitGather):
-            self.copies.send_again()
-        self._forwards = max(0, self._forwards - 1) if self._pool.backward else self._forwards + 1
-        self._sent = now
 
 
 def _are_packed(params: Sequence[ShardedParam]) -> bool:

@@ -30,7 +30,7 @@ from .._torch import debug
 from .._torch.core import current_backward
 from .._torch.distributed import local_tensor
 from ..errors import PhaseError, ShardConfigUnsupportedError
-from .bucket import Bucket, GatherBucket, LowBitBucket, Saved
+from .bucket import Bucket, GatherBucket, Saved
 from .edits import changed, lost_edit
 from .exchange import Exchange
 from .extension import Extension, is_extended
@@ -196,9 +196,7 @@ class ParamGroup:
         if extended:
             return ExtensionBucket(params, dtype, setup, options.mp_policy)
         wire, refresh = (None if packed else options.comm_policy.wire(kind, dtype) for kind in ("gather", "refresh"))
-        if wire is None:
-            return GatherBucket(params, dtype, setup, None, refresh)
-        return LowBitBucket(params, dtype, setup, wire, refresh)
+        return GatherBucket(params, dtype, setup, wire, refresh)
 
     def _node_copies(self, buckets: Sequence[Bucket], members: Sequence[Sequence[int]]) -> NodeCopies | None:
         if not self._comm.info.shards_outer:

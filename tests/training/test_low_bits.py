@@ -9,7 +9,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
-from torch.distributed import all_reduce, barrier
+from torch.distributed import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -244,38 +244,28 @@ def test_the_next_forward_uses_weights_changed_through_data(rank, world):
     assert torch.equal(*[next_token_loss(each, *token_batch(rank, 0)) for each in (model, reference)])
 
 
-@simulated(world=2)
-def test_backward_sends_the_numbers_that_forward_has_rounded(rank, world):
-    model, calls = sharded(CommPolicy(gather="int8", block=BLOCK)), []
-    put = Numbers.put
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Numbers, "put", lambda self, *args: (calls.append(self), put(self, *args))[1])
-        loss = next_token_loss(model, *token_batch(rank, 0))
-        barrier()
-        forward = len(calls)
-        barrier()
-        loss.backward()
-        barrier()
-    assert len(calls) == forward > 0
-
-
-@pytest.mark.parametrize("grad_mode", [False, True])
+@pytest.mark.parametrize("between", ["forward", more("forward with gradients"), more("after a backward"), "backward"])
 @pytest.mark.parametrize(("gather", "mesh"), [("int8", (4,)), more("fp8", (4,)), ("int8", (2, 2)), more("fp8", (2, 2))])
 @distributed(world=4)
-def test_an_evaluation_with_swapped_weights_does_not_change_the_next_backward(rank, world, gather, mesh, grad_mode):
+def test_swapped_weights_in_between_do_not_change_the_next_backward(rank, world, gather, mesh, between):
     model = sharded(CommPolicy(gather=gather, block=BLOCK), mesh=mesh_of(*mesh), reshard_after_forward=True)
     results = []
-    for evaluates in (False, True):
-        model.zero_grad()
+    for swaps in (False, True):
         loss = next_token_loss(model, *token_batch(rank, 0))
-        if evaluates:
+        if between == "after a backward":
+            loss.backward(retain_graph=True)
+        if swaps:
             with torch.no_grad():
                 torch._foreach_mul_(list(model.parameters()), 2.0)  # does not increase versions
-                with torch.set_grad_enabled(grad_mode):
-                    next_token_loss(model, *token_batch(rank, 0))
+                with torch.set_grad_enabled(between in ("forward with gradients", "backward")):
+                    other = next_token_loss(model, *token_batch(rank, 0))
+                if between == "backward":
+                    other.backward()
                 torch._foreach_mul_(list(model.parameters()), 0.5)
+        model.zero_grad()
         loss.backward()
         results.append([param.grad.full_tensor() for param in model.parameters()])
+        model.zero_grad()
     assert all(map(torch.equal, *results))
 
 
