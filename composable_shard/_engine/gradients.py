@@ -126,20 +126,23 @@ class GradientFlow:
             groups: all groups.
             wait: whether to wait for all reductions and set `.grad`. If not, a later call of `settle` does.
         """
-        for use, gradients in now.left_over() if now is not None else ():
-            self._reduce_or_accumulate(use.group, gradients)
-        for group, gradients in self._outside_forward.items():
-            self._reduce_or_accumulate(group, gradients)
+        self._take_left_over(now)
         for group in groups:
             self._reduce_waiting(group)
             group.gradients.own_accumulated()
         self._actions.gathered.clear()
-        self._outside_forward.clear()
         self._looked.clear()
         if wait:
             self.settle()
         else:
             self._actions.reductions.set_gradients()
+
+    def _take_left_over(self, now: BackwardPass | None) -> None:
+        for use, gradients in now.left_over() if now is not None else ():
+            self._reduce_or_accumulate(use.group, gradients)
+        for group, gradients in self._outside_forward.items():
+            self._reduce_or_accumulate(group, gradients)
+        self._outside_forward.clear()
 
     def finish_group(self, group: ParamGroup) -> None:
         """Between backwards: reduce what a group has accumulated, and wait for all reductions."""

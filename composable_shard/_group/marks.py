@@ -124,18 +124,24 @@ class GradientMarks:
         return {index for index, param in enumerate(self._params) if param.is_empty_on_a_rank}
 
     def _check_seen(self, asked: Sequence[int], same: Mapping[int, bool], survives: Mapping[int, bool]) -> None:
-        """Check that a rank without rows of a parameter decides like this rank, which has the mark.
+        """Check that ranks without rows of a parameter, which have no mark on it, decide like those with the mark.
 
         Args:
             asked, same, survives: as in `_void`.
         """
-        for index in (index for index in asked if index in self._hidden and index in survives):
-            others = {survives[at] for at in survives if at not in self._hidden and same[at] == same[index]}
-            if (others or {True}) != {survives[index]}:
+        trained = {index for index, param in enumerate(self._params) if param.sharded.requires_grad}
+        marked = survives.keys() - self._hidden  # on all ranks, if these use the same parameters
+        for index in self._hidden.intersection(asked):
+            found = {survives[at] for at in marked if same[at] == same[index]}
+            if index in survives:
+                agree = (found or {True}) == {survives[index]}
+            else:  # others may have a mark that is missing here, if they use other parameters
+                agree = bool(found) or same[index] or trained <= self._hidden | marked
+            if not agree:
                 raise ShardConfigStateError(
                     f"parameter {self._params[index].fqn}: .grad was changed while gradients of microbatches without "
                     "gradient sync were accumulated, and a rank without rows of this parameter cannot see whether it "
-                    "was set to zero; call zero_grad(set_to_none=True), for all parameters of the module"
+                    "was set to zero; call zero_grad(set_to_none=True)"
                 )
 
     def _look(self, indices: Iterable[int]) -> dict[int, bool]:

@@ -187,10 +187,14 @@ class ShardedParam:
 
     @property
     def is_empty_on_a_rank(self) -> bool:
-        """Whether a rank has no rows of it. The last one has the fewest."""
+        """Whether a rank has no rows of it."""
         info = self._cut.info
         layout = bucket_layout([self.shape], info.shard_size, dims=[self.dim], rows=[self.rows]).params[0]
-        return layout.rows_of(info.shard_size - 1) < (info.replicate_size if info.shards_outer else 1)
+        pieces = {layout.local_shape(rank) for rank in range(info.shard_size)}
+        if info.shards_outer:  # each node's piece is split again, see `_cut`
+            outer = [bucket_layout([piece], info.replicate_size, dims=[self.dim]).params[0] for piece in pieces]
+            pieces = {each.local_shape(info.replicate_size - 1) for each in outer}
+        return any(piece[self.dim] == 0 for piece in pieces)
 
     @property
     def replaced(self) -> nn.Parameter | None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tools" / "release"))
 
 import _distributions as distributions  # noqa: E402
-import _interpreters as interpreters  # noqa: E402
+import _pythons as interpreters  # noqa: E402
 import _smoke_checks as smoke  # noqa: E402
 import check as release  # noqa: E402
 import prepare as preparing  # noqa: E402

@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import _distributions as distributions
-import _interpreters as interpreters
+import _pythons as interpreters
 import _smoke_checks as smoke
-from _interpreters import NotToBeHadError, TorchOffer
+from _pythons import NotToBeHadError, TorchOffer
 
 FOUND = (
     "import sys, numpy, torch; "
