@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from _blocks import Transformer, next_token_loss, token_batch
-from _engines import ENGINES, fully_shard
+from _engines import ENGINES, fully_shard, mesh_of
 from _models import Stack, shard_blocks, shard_nested, vectors
 from _parity import Case, check_parity, plain_step
 from _pool import distributed, more, simulated
@@ -190,14 +190,14 @@ def test_zero_grad_between_microbatches_without_sync_keeps_only_later_gradients(
 
 
 class Sides(torch.nn.Module):
-    """Linear layers with these numbers of rows. The output is the sum of all their outputs, squared."""
+    """Linear layers with these numbers of rows. The output is the sum of the squared outputs of the first `used`."""
 
     def __init__(self, rows):
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(4, count, bias=False) for count in rows)
 
-    def forward(self, x):
-        return sum(layer(x).square().sum() for layer in self.layers)
+    def forward(self, x, used=None):
+        return sum(layer(x).square().sum() for layer in self.layers[:used])
 
 
 def inputs_of(micro, of):
@@ -241,18 +241,37 @@ def test_zero_grad_clears_gradients_of_ranks_without_rows(rank, world, foreach):
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
 
 
-@pytest.mark.parametrize(("rows", "foreach"), [((2,), False), more((2,), True), more((2, 6), False), ((2, 6), True)])
+ZEROS = r"layers\.0\.weight: .* a rank without rows .* call zero_grad"
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(("rows", "nodes"), [((2,), 1), more((2, 6), 1), more((4,), 3), ((4, 9), 3)])
 @distributed(world=3)
-def test_zeros_that_ranks_without_rows_cannot_see_are_an_error(rank, world, rows, foreach):
-    model = fully_shard(Sides(rows))
+def test_zeros_that_ranks_without_rows_cannot_see_are_an_error(rank, world, rows, nodes, foreach):
+    options = {"mesh": mesh_of(3, 1), "outer_sharding": "optimizer"} if nodes > 1 else {}
+    model = fully_shard(Sides(rows), **options)
     model.set_requires_gradient_sync(False)
     model(inputs_of(0, rank)).backward()
+    assert (rank == 2) == (model.layers[0].weight.to_local().numel() == 0)
     torch.optim.SGD([model.layers[0].weight], foreach=foreach).zero_grad(set_to_none=False)
     if rank == 2:
-        return model(inputs_of(1, rank)).backward()
-    with pytest.raises(ShardConfigStateError, match=r"layers\.0\.weight: .* a rank without rows .* call zero_grad"):
         model(inputs_of(1, rank)).backward()
-    return None
+    else:
+        with pytest.raises(ShardConfigStateError, match=ZEROS):
+            model(inputs_of(1, rank)).backward()
+
+
+@distributed(world=3)
+def test_a_rank_without_rows_that_uses_fewer_parameters_refuses_changes_it_cannot_see(rank, world):
+    model = fully_shard(Sides((2, 6)))
+    model.set_requires_gradient_sync(False)
+    model(inputs_of(0, rank), used=1 if rank == 2 else 2).backward()
+    torch.optim.SGD(model.parameters(), foreach=False).zero_grad(set_to_none=False)
+    if rank == 2:
+        with pytest.raises(ShardConfigStateError, match=ZEROS):
+            model(inputs_of(1, rank)).backward()
+    else:
+        model(inputs_of(1, rank)).backward()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
