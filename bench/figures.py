@@ -202,7 +202,8 @@ def run(options: argparse.Namespace) -> list[EngineResult]:
 def kinds(options: argparse.Namespace) -> list[memory.LiveResult]:
     """Measure peaks by type, of a step without optimizer, with activation checkpointing."""
     settings = {key: getattr(options, key) for key in ("batch", "steps", "timeout")}
-    settings |= {"engines": WITH_KINDS, "world": [options.kinds_world], "context": 32, "jobs": 1, "device": _device.CPU}
+    settings |= {"engines": WITH_KINDS, "world": [options.kinds_world], "context": 32, "microbatches": 1}
+    settings |= {"jobs": 1, "device": _device.CPU}
     return memory.living(options.size, argparse.Namespace(**settings))
 
 

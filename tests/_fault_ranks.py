@@ -46,11 +46,12 @@ def caught_in_forward(run):
 
 
 def kill(run):
-    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.5)  # until a heartbeat has told the last action
+    kill_where_others_ask(run)
 
 
 def kill_where_others_ask(run):
-    kill(run)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def caught_where_others_ask(run):

@@ -107,16 +107,14 @@ class GradientMarks:
         """Return those of these parameters that have a `.grad` but lost the mark on it."""
         same = {index: self._is_same(index) for index in self._seen if not self._is_gone(index)}
         survives = self._look(same)
-        # A shard without rows has no mark. `zero_grad` usually clears all parameters of a group, so the mark of another
-        # parameter is used: if the versions of its own `.grad` have changed, the mark of a parameter whose versions
-        # have changed, too; if they have not, the mark of one whose versions have not.
-        by_change = {same[index]: mark for index, mark in survives.items()}
-        survival = {index: survives.get(index, by_change.get(same[index])) for index in asked}
         if self._hidden and not or_unknown:
             self._check_seen(asked, same, survives)
-        # If there is no such mark, gradients survive: ranks with rows decide so, too, or have raised an error above.
-        kept = {index: not or_unknown if mark is None else mark for index, mark in survival.items()}
-        return {index for index, is_kept in kept.items() if not is_kept}
+        # A shard without rows has no mark. `zero_grad` usually clears all parameters of a group, so the mark of another
+        # parameter is used: if the versions of its own `.grad` have changed, the mark of a parameter whose versions
+        # have changed, too; if they have not, the mark of one whose versions have not. If there is no such mark,
+        # gradients survive: ranks with rows decide so, too, or have raised an error.
+        by_change = {same[index]: mark for index, mark in survives.items()}
+        return {index for index in asked if not survives.get(index, by_change.get(same[index], not or_unknown))}
 
     @cached_property
     def _hidden(self) -> set[int]:
@@ -129,20 +127,23 @@ class GradientMarks:
         Args:
             asked, same, survives: as in `_void`.
         """
-        trained = {index for index, param in enumerate(self._params) if param.sharded.requires_grad}
         marked = survives.keys() - self._hidden  # on all ranks, if these use the same parameters
         for index in self._hidden.intersection(asked):
             found = {survives[at] for at in marked if same[at] == same[index]}
             if index in survives:
                 agree = (found or {True}) == {survives[index]}
             else:  # others may have a mark that is missing here, if they use other parameters
-                agree = bool(found) or same[index] or trained <= self._hidden | marked
+                agree = bool(found) or same[index] or self._trained <= self._hidden | marked
             if not agree:
                 raise ShardConfigStateError(
                     f"parameter {self._params[index].fqn}: .grad was changed while gradients of microbatches without "
                     "gradient sync were accumulated, and a rank without rows of this parameter cannot see whether it "
                     "was set to zero; call zero_grad(set_to_none=True)"
                 )
+
+    @property
+    def _trained(self) -> set[int]:
+        return {index for index, param in enumerate(self._params) if param.sharded.requires_grad}
 
     def _look(self, indices: Iterable[int]) -> dict[int, bool]:
         """Return whether gradients survive, for those that have a mark on this rank.

@@ -79,8 +79,8 @@ class Wide(nn.Module):
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        (CommPolicy("fp8", block=32), 28),
-        (CommPolicy("int8", block=32), 21),
+        (CommPolicy("fp8", block=32), 40),
+        (CommPolicy("int8", block=32), 34),
         (CommPolicy(reduce="fp8", block=32), 35),
         (CommPolicy(reduce="int8", block=32), 26),
     ],

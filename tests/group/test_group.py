@@ -282,7 +282,8 @@ def test_accumulated_gradients_are_dropped_when_grad_is_cleared(rank, world, how
             torch._foreach_zero_([param.grad])
         else:
             param.grad = torch.zeros_like(param)
-    assert group.gradients.held_now().is_voided
+    # Versions show all changes but those by foreach functions. `take` reads the marks.
+    assert group.gradients.held_now().is_voided == (how != "foreach zero")
     total = group.gradients.take(gradients(group))
     assert all(bool((gradient == 1).all()) for gradient in total)
 
