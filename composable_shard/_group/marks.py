@@ -129,11 +129,11 @@ class GradientMarks:
         """
         marked = survives.keys() - self._hidden  # on all ranks, if these use the same parameters
         for index in self._hidden.intersection(asked):
-            found = {survives[at] for at in marked if same[at] == same[index]}
+            decided = {survives[at] for at in marked if same[at] == same[index]}
             if index in survives:
-                agree = (found or {True}) == {survives[index]}
+                agree = (decided or {True}) == {survives[index]}
             else:  # others may have a mark that is missing here, if they use other parameters
-                agree = bool(found) or same[index] or self._trained <= self._hidden | marked
+                agree = bool(decided) or same[index] or self._trained <= self._hidden | marked
             if not agree:
                 raise ShardConfigStateError(
                     f"parameter {self._params[index].fqn}: .grad was changed while gradients of microbatches without "
