@@ -112,9 +112,9 @@ class GradientMarks:
         # A shard without rows has no mark. `zero_grad` usually clears all parameters of a group, so the mark of another
         # parameter is used: if the versions of its own `.grad` have changed, the mark of a parameter whose versions
         # have changed, too; if they have not, the mark of one whose versions have not. If there is no such mark,
-        # gradients survive: ranks with rows decide so, too, or have raised an error.
-        by_change = {same[index]: mark for index, mark in survives.items()}
-        return {index for index in asked if not survives.get(index, by_change.get(same[index], not or_unknown))}
+        # gradients survive if the versions have not changed. Ranks with rows raise an error if this is wrong.
+        by_change = {False: False, True: not or_unknown} | {same[index]: mark for index, mark in survives.items()}
+        return {index for index in asked if not survives.get(index, by_change[same[index]])}
 
     @cached_property
     def _hidden(self) -> set[int]:
@@ -131,14 +131,15 @@ class GradientMarks:
         for index in self._hidden.intersection(asked):
             decided = {survives[at] for at in marked if same[at] == same[index]}
             if index in survives:
-                agree = (decided or {True}) == {survives[index]}
+                agree = (decided or {same[index]}) == {survives[index]}
             else:  # others may have a mark that is missing here, if they use other parameters
                 agree = bool(decided) or same[index] or self._trained <= self._hidden | marked
             if not agree:
                 raise ShardConfigStateError(
                     f"parameter {self._params[index].fqn}: .grad was changed while gradients of microbatches without "
                     "gradient sync were accumulated, and a rank without rows of this parameter cannot see whether it "
-                    "was set to zero; call zero_grad(set_to_none=True)"
+                    "was set to zero; clear it by zero_grad(set_to_none=True), and change it only after a microbatch "
+                    "with gradient sync"
                 )
 
     @property

@@ -175,7 +175,7 @@ def test_a_step_of_a_parameter_with_an_empty_shard_is_refused_where_it_can_be_de
     optimizer = sgd(model.parameters())
     model.set_requires_gradient_sync(False)
     model(torch.ones(2, 1)).sum().backward()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=False)
     optimizer.step()
     model(torch.ones(2, 1)).sum().backward()
     if rank == 0:
