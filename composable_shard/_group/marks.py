@@ -96,7 +96,7 @@ class GradientMarks:
                 rank has no mark, so the marks of others must tell (see `_void`).
 
         Raises:
-            ShardConfigStateError: other ranks cannot know it, and would decide otherwise.
+            ShardConfigStateError: ranks without rows of a parameter cannot know it, and would decide otherwise.
         """
         indices = list(indices)
         gone = {index for index in indices if self._is_gone(index)}
@@ -144,6 +144,7 @@ class GradientMarks:
 
     @property
     def _trained(self) -> set[int]:
+        """The parameters that require gradients."""
         return {index for index, param in enumerate(self._params) if param.sharded.requires_grad}
 
     def _look(self, indices: Iterable[int]) -> dict[int, bool]:

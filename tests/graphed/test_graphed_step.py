@@ -69,6 +69,17 @@ class Pair:
             optimizer.step()
             optimizer.zero_grad(**how)
 
+    def accumulate(self, count, microbatches):
+        """Run `count` microbatches, of which every last one of a step reduces gradients. Yields their numbers."""
+        for number in range(count):
+            is_last = number % microbatches == microbatches - 1
+            for model in self.models:
+                model.set_requires_gradient_sync(is_last)
+            self.step(number)
+            if is_last:
+                self.update()
+            yield number
+
     def ends(self, number):
         """Compare an eager step and an evaluation after the replays."""
         tokens = token_batch(self.rank, number)[0]
@@ -115,12 +126,7 @@ def test_a_step_that_clips_in_each_microbatch_keeps_the_gradients_of_earlier_one
     pair = Pair(rank)
     pair.run = loss_after_clipping
     with captures_on_cpu():
-        for number in range(12):
-            for model in pair.models:
-                model.set_requires_gradient_sync(number % 2 == 1)
-            pair.step(number)
-            if number % 2:
-                pair.update()
+        assert len(list(pair.accumulate(12, microbatches=2))) == 12
         assert pair.call.replays
         pair.ends(12)
 
@@ -145,12 +151,7 @@ def test_gradients_are_added_to_or_set_as_in_eager_steps(rank, world):
 def test_first_further_and_last_microbatches_have_graphs_of_their_own(rank, world):
     pair = Pair(rank)
     with captures_on_cpu():
-        for number in range(16):
-            for model in pair.models:
-                model.set_requires_gradient_sync(number % 4 == 3)
-            pair.step(number)
-            if number % 4 == 3:
-                pair.update()
+        assert len(list(pair.accumulate(16, microbatches=4))) == 16
         assert pair.call.captures == 3
         assert pair.call.replays >= 6
         for model in pair.models:
@@ -790,13 +791,8 @@ def test_an_evaluation_between_microbatches_makes_later_ones_refresh_with_outer_
     """Of swapped weights, without a change of any version."""
     pair = Pair(rank, outer_sharded)
     with captures_on_cpu():
-        for number in range(24):
-            for model in pair.models:
-                model.set_requires_gradient_sync(number % 2 == 1)
-            pair.step(number)
-            if number % 2:
-                pair.update()
-            elif number > 11:
+        for number in pair.accumulate(24, microbatches=2):
+            if number % 2 == 0 and number > 11:
                 tokens, losses = token_batch(rank, number)[0], []
                 for model in pair.models:
                     shards = list(model.parameters())

@@ -1,4 +1,7 @@
-"""Find Python interpreters on this machine, and the torch that pip would install for them."""
+"""Find Python interpreters on this machine, and the torch that pip would install for them.
+
+The file is not called `_interpreters`, because Python 3.13 has a built-in module of that name.
+"""
 
 from __future__ import annotations
 
