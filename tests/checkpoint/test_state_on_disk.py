@@ -144,8 +144,8 @@ MEASURED = """
         files.observe = None
         return max(most)
 
-    large = made(8)
-    growth(checkpoint.async_save, made(1), 1)  # what the first save loads is no state
+    small, large = made(1), made(8)
+    growth(checkpoint.async_save, small, 1)  # what the first save loads is no state
     print(growth(checkpoint.async_save, large, 2), growth(checkpoint.save, large, 3))
 """
 
