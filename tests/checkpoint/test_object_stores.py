@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import load as dcp_load
 
-from _pool import POOL, distributed, simulated
+from _pool import POOL, distributed, more, simulated
 from checkpoint import _s3
 from checkpoint.test_save_and_load import content, run, train
 from composable_shard import checkpoint, errors
@@ -296,9 +296,9 @@ def until(condition, limit_s=60):
 
 
 @pytest.mark.parametrize(
-    "call", ["checkpoint.save({!r}, state, step=2)", "checkpoint.async_save({!r}, state, step=2).result()"]
+    "call", [more("checkpoint.save({!r}, state, step=2)"), "checkpoint.async_save({!r}, state, step=2).result()"]
 )
-@pytest.mark.parametrize("at", ["partNumber=3", "manifest.json"])
+@pytest.mark.parametrize("at", [more("partNumber=3"), "manifest.json"])
 def test_a_process_killed_during_an_upload_costs_nothing(s3, where, at, call):
     checkpoint.save(where, {"t": torch.full((10 << 20,), 1.0)}, step=1)
     _s3.reset(s3)

@@ -84,7 +84,7 @@ def load_and_continue(rank, world, layout, path, tolerance):
 
 
 WAYS = [
-    ("hfsdp", 4, "hfsdp", 4),
+    more("hfsdp", 4, "hfsdp", 4),
     ("hfsdp", 4, "zero3", 2),
     more("hfsdp", 4, "hsdp", 4),
     more("hsdp", 4, "hfsdp", 4),

@@ -115,7 +115,7 @@ def one_forward_and_one_backward(found):
         more(Halved, {"reshard_after_forward": False}),
         more(InTwo, {}),
         more(Same, {}),
-        (Ternary, HALF),
+        more(Ternary, HALF),
     ],
 )
 def test_a_whole_graph_is_bitwise_identical_to_fsdp2(rank, world, kind, options):
@@ -128,6 +128,7 @@ def test_a_whole_graph_is_bitwise_identical_to_fsdp2(rank, world, kind, options)
     assert all("grad_mode" in str(each) for each in found.failed_guards), found.failed_guards
 
 
+@pytest.mark.matrix
 @distributed(world=4, limit_s=LIMIT_S)
 @pytest.mark.parametrize("kind", [Scaled, more(InTwo)])
 def test_a_mesh_with_replicas_is_bitwise_identical_to_fsdp2(rank, world, kind):
@@ -216,6 +217,7 @@ def test_the_plan_predicts_the_bytes_that_are_sent(compiled):
     assert planned["blocks.0"] == weights + 2 * 2 * 16, "eight bits per weight, and two norms in bfloat16"
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_gradients_accumulate_with_and_without_reductions(rank, world):
     sides = Sides(lambda: converted(Scaled), **HALF)
@@ -390,6 +392,7 @@ def test_classes_and_states_with_equal_texts_are_told_apart(rank, world):
         assert torch.equal(run(rows(rank)), eager(rows(rank)))
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_a_model_may_be_converted_and_loaded_after_compilation(rank, world):
     eager, model, run = layers(Halved)

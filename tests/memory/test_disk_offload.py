@@ -412,6 +412,7 @@ MEASURED = """
 """
 
 
+@pytest.mark.matrix
 def test_resident_memory_stays_within_the_limit_with_much_larger_state(tmp_path):
     memory = 32 << 20
     command = [sys.executable, "-c", textwrap.dedent(MEASURED), str(tmp_path), str(memory)]

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss
+from _pool import more
 from composable_shard.cli.main import main
 from composable_shard.cli.terminal import size
 from composable_shard.planner import KNOWN, NAMED, Layout, Link, Machine, Shape, Strategy, advise, strategies, text
@@ -93,6 +94,7 @@ def test_invalid_arguments_are_errors(arguments, message):
         advise(**{"model": SMALL, "devices": 2, **arguments})
 
 
+@pytest.mark.matrix
 def test_low_precision_sends_fewer_bytes_and_is_faster_on_slow_links():
     slow = {"devices": 4, "machine": replace(KNOWN["h100"], intra_node=Link(1e8), inter_node=Link(1e8))}
     policy = cs.CommPolicy("fp8", "int8", "int8")
@@ -267,7 +269,7 @@ def compare(strategy, precision, source=None, sequences=4):
     assert abs(estimated.total - counted.total) <= 0.05 * counted.total
 
 
-@pytest.mark.parametrize("strategy", [STRATEGIES[0], Strategy("hfsdp", Layout(1, 4, 2))], ids=str)
+@pytest.mark.parametrize("strategy", [more(STRATEGIES[0]), Strategy("hfsdp", Layout(1, 4, 2))], ids=str)
 def test_predicted_memory_matches_rehearsed_steps(strategy):
     compare(strategy, "bfloat16-mixed", source_of(replace(MIDDLE, layers=2)))
 

@@ -176,6 +176,7 @@ def test_strategies_that_use_nodes_are_considered_for_several_whole_nodes():
         strategy_named("hfsdp", 8, replicas=3)
 
 
+@pytest.mark.matrix
 def test_hfsdp_is_recommended_if_replicas_do_not_fit_and_gathers_between_nodes_are_slow():
     wide = Shape(3, 1024, 8, 4096, 128)
     machine = replace(KNOWN["a100-80gb"], devices_per_node=4, inter_node=Link(2e9, 1e-5))

@@ -177,6 +177,7 @@ def compare(strategy, form):
     assert abs(estimated.total - counted.total) <= 0.05 * counted.total
 
 
+@pytest.mark.matrix
 def test_predicted_memory_of_float8_weights_matches_rehearsed_steps():
     compare(ZERO3, TENSORWISE)
 

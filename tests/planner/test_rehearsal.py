@@ -150,6 +150,7 @@ def test_windows_at_random_positions_have_the_right_size():
     assert set(widths) == {9}
 
 
+@pytest.mark.matrix
 def test_outputs_that_depend_on_values_are_as_large_as_they_can_be():
     sizes = []
 
@@ -194,6 +195,7 @@ def test_data_loaders_make_batches_without_workers():
     assert rehearse(lambda: program(**with_workers), steps=5) == rehearse(program, steps=5)
 
 
+@pytest.mark.matrix
 def test_pools_of_earlier_programs_do_not_count():
     kept = []
     peaks = [rehearse(lambda: train("ours", lambda model, _: kept.append(model)), 4, 1).peak for _ in range(2)]
@@ -201,6 +203,7 @@ def test_pools_of_earlier_programs_do_not_count():
     assert peaks[0].unsharded > 0
 
 
+@pytest.mark.matrix
 def test_compiled_models_count_like_eager_models():
     def program(compiles):
         model = Transformer(dim=64, length=LENGTH)
@@ -313,6 +316,7 @@ def test_the_command_names_the_line_of_a_script_that_fails(tmp_path, monkeypatch
 SMALL = "layers=1,width=64,heads=4,vocabulary=128,sequence=64"
 
 
+@pytest.mark.matrix
 def test_the_command_accepts_the_same_models_as_advise(capsys):
     arguments = ["estimate", "--devices", "4", "--strategy", "hsdp", "--precision", "float32"]
     assert command_line.main([*arguments, "--json", "--memory", "100kB", SMALL]) == 1

@@ -96,7 +96,7 @@ def test_predicted_memory_matches_rehearsed_steps(optimizer, strategy):
     more(AS_IT_IS, Strategy("zero3", Layout(1, 4))),
     more(cs.CommPolicy("bf16", "bf16"), Strategy("zero2", Layout(1, 2))),
     more(cs.CommPolicy("fp8", "int8", "int8"), Strategy("hsdp", Layout(1, 2, 2))),
-    (cs.CommPolicy("fp8", "int8"), Strategy("zero2", Layout(1, 2))),
+    more(cs.CommPolicy("fp8", "int8"), Strategy("zero2", Layout(1, 2))),
 ])  # fmt: skip
 def test_predicted_memory_of_low_precision_steps_matches_rehearsed_steps(comm, strategy):
     """This includes peaks while gradients are rounded, with memory outside the plan's pool."""
@@ -119,6 +119,7 @@ def of(advised, name):
     return next(each for each in advised.estimates if str(each.strategy) == name)
 
 
+@pytest.mark.matrix
 def test_with_in_backward_only_one_groups_gradients_are_live():
     ordinary, advised = (advise(MIDDLE, devices=4, optimizer=name) for name in ("adamw", "in_backward"))
     one, two = (of(each, "zero3").memory.most for each in (ordinary, advised))
@@ -130,6 +131,7 @@ def test_with_in_backward_only_one_groups_gradients_are_live():
     )
 
 
+@pytest.mark.matrix
 def test_owners_keep_one_moment_of_matrices_and_exchange_matrices():
     slow = replace(KNOWN["h100"], intra_node=Link(1e6, 0.0))
     ordinary, advised, linked = (

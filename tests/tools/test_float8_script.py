@@ -225,6 +225,7 @@ with mock.patch.object(float8, "find_spec", lambda name: None), mock.patch.objec
 """
 
 
+@pytest.mark.matrix
 def test_engines_are_compared_by_format_and_a_failed_engine_is_a_result():
     folders = (ROOT / "bench", ROOT / "bench" / "card", ROOT)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(map(str, folders))}

@@ -514,6 +514,7 @@ else:
 """
 
 
+@pytest.mark.matrix
 def test_exposed_communication_is_the_time_when_only_other_streams_are_busy():
     run_code(TRACES)
 
@@ -627,6 +628,7 @@ assert (ours.over_unsharded, ours.tokens_per_s, ours.loss_difference) == (None, 
 """
 
 
+@pytest.mark.matrix
 def test_engines_of_a_gpu_bound_step_are_compared_with_equally_configured_ones():
     run_code(STEPS)
 
@@ -677,6 +679,7 @@ assert (steps["fsdp2-graph"].step_ms, steps["fsdp2-graph"].error) == (None, "end
 """
 
 
+@pytest.mark.matrix
 def test_captured_steps_are_compared_with_eager_ones_and_a_failed_capture_is_a_result():
     run_code(GRAPHS)
 

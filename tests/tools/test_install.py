@@ -266,6 +266,7 @@ def test_an_exception_in_a_context_propagates_and_restores():
     assert not installed()
 
 
+@pytest.mark.matrix
 def test_contexts_in_several_threads_stay_installed_until_the_last_one_ends():
     wrong = []
     start = threading.Barrier(8)

@@ -174,6 +174,7 @@ def test_the_demo_draws_resident_memory_if_a_finished_run_is_started_again(tmp_p
         assert_picture(tmp_path / name)
 
 
+@pytest.mark.matrix
 def test_the_tutorial_on_plans_reduces_exposed_communication_as_predicted(tmp_path, capsys):
     threads = torch.get_num_threads()
     try:
@@ -290,6 +291,7 @@ def adapters_on_a_rank(rank, world, arguments):
     return tutorial.run(tutorial.parse(arguments), torch.device("cpu"))
 
 
+@pytest.mark.matrix
 def test_the_tutorial_on_adapters_trains_only_them_as_the_planner_advises(tmp_path, capsys):
     tutorial = importlib.import_module("06_lora")
     arguments = ["--shape", "layers=2,width=128,heads=4,vocabulary=512,sequence=2048", "--devices", "2"]

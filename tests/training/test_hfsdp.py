@@ -353,6 +353,7 @@ def test_uneven_parameters_are_gathered_in_full_on_ranks_that_are_threads(rank, 
             assert torch.equal(param.grad.full_tensor(), other.grad)
 
 
+@pytest.mark.matrix
 def test_offloaded_shards_are_refreshed_from_the_host():
     """The CPU is both the device and the host: shards are copied before they are sent, and gradients after."""
 

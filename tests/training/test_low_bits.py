@@ -91,6 +91,7 @@ def to_nearest(monkeypatch):
     monkeypatch.setattr(Numbers, "put", lambda self, numbers, noise=None: put(self, numbers))
 
 
+@pytest.mark.matrix
 @simulated(world=4)
 def test_results_do_not_depend_on_which_weights_stay_gathered(rank, world):
     expected = stepped(sharded(BOTH), rank)
@@ -218,6 +219,7 @@ def ragged(param):
     return Ragged(5) if param.ndim == 2 else None
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("to_nearest")
 @simulated(world=4)
 def test_ragged_and_even_shards_are_bitwise_identical_with_rounding_to_nearest(rank, world):
@@ -449,7 +451,7 @@ backward GmmwGmmmmRwmmmmwRmwRw
     )
 
 
-@pytest.mark.parametrize("optimizer", ["in_backward", "owned"])
+@pytest.mark.parametrize("optimizer", [more("in_backward"), "owned"])
 @simulated(world=2)
 def test_optimizers_in_backward_and_owned_optimizers_use_rounded_gradients(rank, world, optimizer):
     def sgd(params):

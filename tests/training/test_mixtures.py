@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from _blocks import Transformer, token_batch
 from _engines import ENGINES
-from _pool import distributed, simulated
+from _pool import distributed, more, simulated
 from _sides import assert_alike, models_of, noise, optimizers_of, shard_children, stack, train_alike
 from _stepping import assert_at_rest, shard_whole
 
@@ -205,7 +205,7 @@ def shard_both(model, engine, kept):
             block.set_reshard_after_backward(False)
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kept", [False, more(True)])
 @simulated(world=2)
 def test_a_teacher_that_is_updated_in_forward_runs_with_its_new_weights(rank, world, kept):
     """The first block of the teacher is prefetched while the student's last block runs, so before the update."""
