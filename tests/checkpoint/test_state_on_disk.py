@@ -144,7 +144,7 @@ MEASURED = """
         files.observe = None
         return max(most)
 
-    small, large = made(1), made(8)
+    small, large = made(1), made(8)  # both stay alive: memory freed during a measurement would reduce its result
     growth(checkpoint.async_save, small, 1)  # what the first save loads is no state
     print(growth(checkpoint.async_save, large, 2), growth(checkpoint.save, large, 3))
 """

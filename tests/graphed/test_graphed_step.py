@@ -70,7 +70,7 @@ class Pair:
             optimizer.zero_grad(**how)
 
     def accumulate(self, count, microbatches):
-        """Run `count` microbatches, of which every last one of a step reduces gradients. Yields their numbers."""
+        """Run `count` microbatches and yield the number of each. Only the last one of a step reduces gradients."""
         for number in range(count):
             is_last = number % microbatches == microbatches - 1
             for model in self.models:
@@ -126,7 +126,8 @@ def test_a_step_that_clips_in_each_microbatch_keeps_the_gradients_of_earlier_one
     pair = Pair(rank)
     pair.run = loss_after_clipping
     with captures_on_cpu():
-        assert len(list(pair.accumulate(12, microbatches=2))) == 12
+        for _ in pair.accumulate(12, microbatches=2):
+            pass
         assert pair.call.replays
         pair.ends(12)
 
@@ -151,7 +152,8 @@ def test_gradients_are_added_to_or_set_as_in_eager_steps(rank, world):
 def test_first_further_and_last_microbatches_have_graphs_of_their_own(rank, world):
     pair = Pair(rank)
     with captures_on_cpu():
-        assert len(list(pair.accumulate(16, microbatches=4))) == 16
+        for _ in pair.accumulate(16, microbatches=4):
+            pass
         assert pair.call.captures == 3
         assert pair.call.replays >= 6
         for model in pair.models:
